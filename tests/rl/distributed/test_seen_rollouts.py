@@ -4,23 +4,19 @@ time, and the same on several processes."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import filming
 import pytest
 import tiny
-from conftest import launch, train_here
-from test_rollouts import assert_same_curve, curve, evaluations
-from test_sound_rollouts import PROMPTS, RATE, SAMPLES, WHOLE, assert_as_plain_transformers
+from conftest import train_here
+from media_rollouts import Write, assert_as_plain_transformers, assert_processes_alike, recipe_on
 from usual import usual
 
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.rl.rollouts.records import read_record
 
-Write = Callable[..., Path]
 CASES = [*(("image", name) for name in tiny.SEEING), *(("video", name) for name in filming.FILMING)]
 HAS_AV = importlib.util.find_spec("av") is not None
 
@@ -38,25 +34,9 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(folder: Path, kind: str, name: str, out: Path, **changes: Any) -> dict[str, Any]:
-    """Answers with an `e` are rewarded, which a random model writes now and then."""
-    rows = [{"path": str(folder / f"{kind}.jsonl"), "format": "messages"}]
     base, rules = (f"{name}_sees", {}) if kind == "image" else (f"{name}_films", {"max_frames": 4})
-    data = {"train": rows, "eval": rows, "max_length": 256, "packing": False, kind: rules}
-    return {
-        "run": {"name": "run", "dir": str(out / "runs"), "seed": 3},
-        "model": {"name": str(folder / base), "train": WHOLE},
-        "mode": "full",
-        "data": data,
-        "objective": {"name": "grpo", "loss": "dapo"},
-        "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 6, "cohort": 4},
-        "rewards": [{"name": "regex", "pattern": "e"}],
-        "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 256},
-        "optimizer": {"name": "sgd", "lr": RATE, "momentum": 0.0, "max_grad_norm": None},
-        "schedule": {"name": "constant"},
-        "train": {"max_steps": 4, "precision": "fp32"},
-        "evaluate": {"every_steps": 2, "at_start": False, "prompts": 3, "samples": 2},
-        **changes,
-    }
+    rows = folder / f"{kind}.jsonl"
+    return recipe_on(folder / base, rows, {kind: rules}, out, max_length=256, tokens=256, **changes)
 
 
 @pytest.mark.parametrize("case", usual(CASES, ("video", "qwen3_vl")), ids="-".join)
@@ -87,17 +67,7 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
     changes = {"objective": {"name": "grpo", "kl": 0.1}, "optimizer": {"lr": 3e-3}}
     recipe = recipe_of(eyes, kind, name, tmp_path, **changes)
     recipe["rollouts"]["reuse"] = 2
-    train_here(write_recipe(recipe))
-    single = tmp_path / "runs" / "run"
-    replayed = {"rollouts": {**recipe["rollouts"], "replay": str(single / "rollouts")}, "rewards": [], "evaluate": {}}
-    for label, more in {"sampled": {}, "replayed": replayed}.items():
-        run = {**recipe["run"], "name": label}
-        done = launch(config, 2, "train", write_recipe({**recipe, **more, "run": run}, f"{label}.yaml"))
-        assert done.returncode == 0, done.stderr
-        assert_same_curve(curve(single), curve(tmp_path / "runs" / label))
-    records = [(read_record(tmp_path / "runs" / label / "rollouts", 3) or ([], ""))[0] for label in ("run", "sampled")]
-    assert [one.ids for one in records[0]] == [one.ids for one in records[1]]
-    assert evaluations(tmp_path / "runs" / "sampled") == evaluations(single)
+    assert_processes_alike(config, recipe, write_recipe)
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,19 @@ time, and the same on several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import filming
 import pytest
 import several
-from conftest import launch, train_here
-from test_rollouts import assert_same_curve, curve, evaluations
-from test_sound_rollouts import PROMPTS, RATE, SAMPLES, WHOLE, assert_as_plain_transformers
+from conftest import train_here
+from media_rollouts import Write, assert_as_plain_transformers, assert_processes_alike, recipe_on
 from usual import usual
 
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.rl.rollouts.records import read_record
 
-Write = Callable[..., Path]
 CASES = {  # of a model: the kinds of files of a run
     "gemma4": ("image", "audio"),
     "gemma4_all": ("image", "audio", "video"),
@@ -40,25 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(folder: Path, name: str, out: Path, **changes: Any) -> dict[str, Any]:
-    """Answers with an `e` are rewarded, which a random model writes now and then."""
     kinds = CASES[name]
-    rows = [{"path": str(folder / f"{'_'.join(kinds)}.jsonl"), "format": "messages"}]
-    files = {kind: {"max_frames": 2} if kind == "video" else {} for kind in kinds}
-    return {
-        "run": {"name": "run", "dir": str(out / "runs"), "seed": 3},
-        "model": {"name": str(folder / name.removesuffix("_all")), "train": WHOLE},
-        "mode": "full",
-        "data": {"train": rows, "eval": rows, "max_length": 600, "packing": False, **files},
-        "objective": {"name": "grpo", "loss": "dapo"},
-        "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 6, "cohort": 4},
-        "rewards": [{"name": "regex", "pattern": "e"}],
-        "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 600},
-        "optimizer": {"name": "sgd", "lr": RATE, "momentum": 0.0, "max_grad_norm": None},
-        "schedule": {"name": "constant"},
-        "train": {"max_steps": 4, "precision": "fp32"},
-        "evaluate": {"every_steps": 2, "at_start": False, "prompts": 3, "samples": 2},
-        **changes,
-    }
+    rows, files = "_".join(kinds), {kind: {"max_frames": 2} if kind == "video" else {} for kind in kinds}
+    model = folder / name.removesuffix("_all")
+    return recipe_on(model, folder / f"{rows}.jsonl", files, out, max_length=600, tokens=600, **changes)
 
 
 @pytest.mark.parametrize("name", usual(CASES, "gemma4"))
@@ -81,17 +62,7 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
     changes = {"objective": {"name": "grpo", "kl": 0.1}, "optimizer": {"lr": 3e-3, "eps": 1e-6}}
     recipe = recipe_of(folder, name, tmp_path, **changes)
     recipe["rollouts"]["reuse"] = 2
-    train_here(write_recipe(recipe))
-    single = tmp_path / "runs" / "run"
-    replayed = {"rollouts": {**recipe["rollouts"], "replay": str(single / "rollouts")}, "rewards": [], "evaluate": {}}
-    for label, more in {"sampled": {}, "replayed": replayed}.items():
-        run = {**recipe["run"], "name": label}
-        done = launch(config, 2, "train", write_recipe({**recipe, **more, "run": run}, f"{label}.yaml"))
-        assert done.returncode == 0, done.stderr
-        assert_same_curve(curve(single), curve(tmp_path / "runs" / label))
-    records = [(read_record(tmp_path / "runs" / label / "rollouts", 3) or ([], ""))[0] for label in ("run", "sampled")]
-    assert [one.ids for one in records[0]] == [one.ids for one in records[1]]
-    assert evaluations(tmp_path / "runs" / "sampled") == evaluations(single)
+    assert_processes_alike(config, recipe, write_recipe)
 
 
 @pytest.mark.parametrize(
