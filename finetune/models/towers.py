@@ -337,7 +337,7 @@ def _nothing_before_language(
     ran: zeros of those that have run. ids: of a model that embeds its tokens again, after its tower."""
 
     def with_nothing(embeddings: Tensor) -> Tensor:
-        more = {"inputs_embeds": embeddings[:, :1]} if family.joined_in is not None else {}
+        more = {"inputs_embeds": embeddings[:1, :1]} if family.joined_in is not None else {}
         zeros = [*itertools.chain(*ran), *_nothing_of(base, missing, embeddings.device, **more)]
         if ids is not None:
             embeddings = base.get_input_embeddings()(ids)

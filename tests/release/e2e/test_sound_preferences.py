@@ -34,18 +34,25 @@ def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound-preferences")
     for name in hearing.available():
         hearing.save_hearing(folder, name)
-    rows = [json.loads(line) for line in hearing.write_clips(folder, "clips", 12, seed=6).read_text().splitlines()]
-    pairs = []
-    for i, row in enumerate(rows):
-        prompt, chosen = row["messages"]
-        rejected = {"role": "assistant", "content": tiny.conversations(12, 7)[i]["messages"][1]["content"]}
-        pairs.append({"prompt": [prompt], "chosen": [chosen], "rejected": [rejected]})
-    tiny.write_rows(folder / "pairs.jsonl", pairs)
+    write_pairs(folder, "clips", (0, 1, 1, 2))
+    write_pairs(folder, "single", (0, 1, 1))
     return folder
 
 
+def write_pairs(folder: Path, name: str, numbers: tuple[int, ...]) -> None:
+    """numbers: as `hearing.write_clips`."""
+    lines = hearing.write_clips(folder, name, 12, seed=6, numbers=numbers).read_text().splitlines()
+    pairs = []
+    for i, line in enumerate(lines):
+        prompt, chosen = json.loads(line)["messages"]
+        rejected = {"role": "assistant", "content": tiny.conversations(12, 7)[i]["messages"][1]["content"]}
+        pairs.append({"prompt": [prompt], "chosen": [chosen], "rejected": [rejected]})
+    tiny.write_rows(folder / f"{name}_pairs.jsonl", pairs)
+
+
 def train_on_pairs(ears: Path, name: str, objective: str, label: str = "", **changes: Any) -> Path:
-    source = {"path": str(ears / "pairs.jsonl"), "format": "preference"}
+    rows = "single" if name in hearing.ALONE else "clips"
+    source = {"path": str(ears / f"{rows}_pairs.jsonl"), "format": "preference"}
     return train_on_clips(
         *(ears, name, f"{objective}{label}"),
         model={"name": str(ears / f"{name}_hears"), "train": ["language", "projector", "tower"]},
