@@ -161,6 +161,18 @@ def train_here(path: Path, *overrides: str) -> str:
     return _train(load_recipe(path, overrides), path, predict=predict_run, features=all_features())
 
 
+def train_with(folder: Path, recipe: dict[str, Any], changes: dict[str, Any]) -> Path:
+    """Train a recipe, written to `folder`, as `train_here`; returns the run's folder.
+
+    changes: sections, or some of their keys."""
+    for section, keys in changes.items():
+        recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, dict) else keys
+    path = folder / f"{recipe['run']['name']}.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    train_here(path)
+    return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
+
+
 def train_alone(path: Path, *overrides: str) -> str:
     """As `train_here`, by the trainer without any wing."""
     from finetune.recipe import load_recipe

@@ -11,8 +11,7 @@ from typing import Any
 import hearing
 import pytest
 import torch
-import yaml
-from conftest import train_here
+from conftest import train_with
 from plain_documents import Plain, metric, own_loop
 from repository import ROOT
 from safetensors.torch import load_file, save_file
@@ -59,12 +58,7 @@ def train_on_clips(folder: Path, name: str, label: str, rows: str = "", **change
         "evaluate": {"at_start": False, "exact_match": 4, "max_new_tokens": 3},
         "tracking": {"samples": True},
     }
-    for section, keys in changes.items():
-        recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, dict) else keys
-    path = folder / f"{recipe['run']['name']}.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    train_here(path)
-    return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
+    return train_with(folder, recipe, changes)
 
 
 @pytest.mark.parametrize("name", hearing.families("qwen2_audio"))

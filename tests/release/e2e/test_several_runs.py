@@ -10,8 +10,7 @@ import filming
 import parity
 import pytest
 import several
-import yaml
-from conftest import launch, train_here
+from conftest import launch, train_with
 from plain_documents import Plain, metric, own_loop
 from transformers import AutoModelForMultimodalLM
 
@@ -56,12 +55,7 @@ def train_on(folder: Path, name: str, label: str, rows: str = "", **changes: Any
         "evaluate": {"at_start": False, "generate": 2, "max_new_tokens": 2},
         "tracking": {"samples": True},
     }
-    for section, keys in changes.items():
-        recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, dict) else keys
-    path = folder / f"{recipe['run']['name']}.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    train_here(path)
-    return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
+    return train_with(folder, recipe, changes)
 
 
 @pytest.mark.long

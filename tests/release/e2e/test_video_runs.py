@@ -10,8 +10,7 @@ from typing import Any
 import filming
 import pytest
 import torch
-import yaml
-from conftest import train_here
+from conftest import train_with
 from plain_documents import Plain, metric, own_loop
 from rich.console import Console
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
@@ -56,12 +55,7 @@ def train_on_films(folder: Path, name: str, label: str, rows: str = "films", **c
         "evaluate": {"at_start": False, "generate": 4, "max_new_tokens": 3},
         "tracking": {"samples": True},
     }
-    for section, keys in changes.items():
-        recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, dict) else keys
-    path = folder / f"{recipe['run']['name']}.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    train_here(path)
-    return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
+    return train_with(folder, recipe, changes)
 
 
 def plain_answers(run: Path, model: Any, prompts: int, count: int) -> list[list[int]]:
